@@ -474,7 +474,9 @@ class Engine:
         brought = Brought()
         # Owners that take the step average what gradients were before, too.
         is_apart = "rows" in live.deliveries[unit.index] and not (unit.spec.is_sparse or self.options.serves)
-        if is_apart and self._number_of[unit.weight] not in self._early:
+        if is_apart and self._number_of[unit.weight] in self._early:
+            brought.holds_before = True
+        elif is_apart:
             brought.kept, unit.weight.grad = unit.weight.grad, None
         return brought
 

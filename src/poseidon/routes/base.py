@@ -39,6 +39,8 @@ class Flag(IntFlag):
     """``.grad`` holds a local part: autograd made a full gradient although the unit travels in a short form."""
     MISFIT = 2
     """The part exceeds the planned size or has another type."""
+    HOLDS_BEFORE = 4
+    """That local part holds what ``.grad`` was before this backward, too; so must those of all workers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +72,7 @@ class LiveUnit:
 class Brought:
     """What one backward has brought for one unit so far, besides what is in ``.grad``."""
 
-    __slots__ = ("_pieces", "early", "has_dense", "head", "kept", "streams")
+    __slots__ = ("_pieces", "early", "has_dense", "head", "holds_before", "kept", "streams")
 
     def __init__(self) -> None:
         self._pieces: list[FactorPair] = []
@@ -80,6 +82,8 @@ class Brought:
         """``.grad`` holds a full gradient that autograd made in this backward."""
         self.kept: Tensor | None = None
         """Rows: what ``.grad`` held before this backward."""
+        self.holds_before = False
+        """Rows: ``.grad`` holds it still, because this backward had added to it when the exchange began."""
         self.head: Tensor | None = None
         """Tied: the full gradient of the linear layer so far..."""
         self.early: Exchange | None = None

@@ -68,6 +68,8 @@ class RowsExchanger(Exchanger):
         if gradient is not None and not gradient.is_sparse:
             # The table was also used in a way that makes a full gradient; an allreduce averages that part later.
             flags, gradient = Flag.HAS_DENSE, None
+            if brought[0].holds_before:
+                flags |= Flag.HOLDS_BEFORE
         else:
             unit.weight.grad = None
         exchange = _RowsExchange(self._team, unit, brought[0], flags, gradient if unit.spec.is_sparse else None)
@@ -176,11 +178,15 @@ class _RowsExchange(Exchange):
             elif not unit.spec.is_sparse:
                 unit.weight.grad, brought.kept = brought.kept, None
             return
-        has_dense = joint.has_dense(self.table)
+        has_dense = joint.has(self.table, Flag.HAS_DENSE)
         if joint.is_whole and not has_dense:
             unit.weight.grad = joint.take_mean(self.table)
             return
         if has_dense:
+            if brought.kept is not None and joint.has(self.table, Flag.HOLDS_BEFORE):
+                mine = unit.weight.grad
+                unit.weight.grad = brought.kept if mine is None else brought.kept.add_(mine)
+                brought.kept = None
             average_now(self._team, (unit.weight,), unit.name)
         total = unit.weight.grad
         if brought.kept is not None:
@@ -244,14 +250,14 @@ class _Joint:
             with self._clearing:  # until the room is cleared, if that is under way
                 self._is_landing = True
             self._heads = [self.group.read_head(part) for part in self._gathered.parts]
-            self._has_dense = any(map(self.has_dense, range(len(self.members))))
+            self._has_dense = any(self.has(table, Flag.HAS_DENSE) for table in range(len(self.members)))
             self.is_whole = self._is_sparse or (self._is_plain and not self._has_dense)
             if not self.is_whole:
                 self._cleared = None
 
-    def has_dense(self, table: int) -> bool:
-        """Return whether some worker has a full gradient of a table too."""
-        return any(flags[table] & Flag.HAS_DENSE for flags, _ in self._heads)
+    def has(self, table: int, flag: Flag) -> bool:
+        """Return whether some worker has raised a flag for a table."""
+        return any(flags[table] & flag for flags, _ in self._heads)
 
     def parts_of(self, table: int) -> list[Part]:
         """Return what the workers brought for one table."""
