@@ -66,6 +66,24 @@ for epoch in range(3):
                     parameter.sub_(step)
             optimizer.step()
             optimizer.zero_grad()
+        elif kind == "limited":  # by the script itself, before a step
+            loss_of(a, b).backward()
+            if last:
+                for parameter in model.parameters():
+                    parameter.grad.data.clamp_(-0.1, 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        elif kind == "hidden":  # as "ascent", by the old way that leaves no trace
+            loss_of(a, b).backward()
+            steps = [0.05 * p.grad / p.grad.norm() for p in model.parameters()]
+            for parameter, step in zip(model.parameters(), steps):
+                parameter.data.add_(step)
+                parameter.grad.data.zero_()
+            loss_of(a, b).backward()
+            for parameter, step in zip(model.parameters(), steps):
+                parameter.data.sub_(step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
         elif kind == "projected":  # gradients of two tasks that do not fight
             loss_of(a, b).backward()
             one = [p.grad.clone() for p in model.parameters()]
@@ -76,9 +94,9 @@ for epoch in range(3):
                 parameter.grad = parameter.grad + first - common * first
             optimizer.step()
             optimizer.zero_grad()
-        elif kind == "late":  # changes what it added up, though not at first
+        elif kind in ("late", "late limit"):  # changes what it added up, though not at first
             loss_of(a, b).backward()
-            if epoch and number % 4 == 1:
+            if epoch and (number % 4 == 1 if kind == "late" else last):
                 for parameter in model.parameters():
                     parameter.grad.clamp_(-0.01, 0.01)
             if last:

@@ -22,7 +22,7 @@ def _run(kind: str, folder: Path, size: int = 2, accumulates: bool = True) -> li
     return [torch.load(folder / str(rank) / "several.pt") for rank in range(size)]
 
 
-@pytest.mark.parametrize("kind", ["summed", "scaled", "left out", "rival", "ascent", "projected"])
+@pytest.mark.parametrize("kind", ["summed", "scaled", "left out", "rival", "ascent", "projected", "limited", "hidden"])
 def test_the_result_is_that_of_one_worker(kind: str, tmp_path: Path) -> None:
     (alone,) = _run(kind, tmp_path / "alone", 1)
     ours = _run(kind, tmp_path / "ours")
@@ -78,8 +78,11 @@ def test_what_was_learned_and_what_would_pay_is_said(tmp_path: Path) -> None:
     assert "gradients change between the backwards of a step" in (tmp_path / "each" / "err0").read_text()
 
 
-def test_gradients_that_change_later_between_backwards_end_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "when"), [("late", "between two"), ("late limit", "before a step")])
+def test_gradients_that_change_later_when_each_worker_has_its_own_end_the_run(
+    kind: str, when: str, tmp_path: Path
+) -> None:
     with pytest.raises(
-        AssertionError, match="--accumulate: the script changed gradients, or parameters, of SGD between two"
+        AssertionError, match=f"--accumulate: the script changed gradients, or parameters, of SGD {when}"
     ):
-        _run("late", tmp_path)
+        _run(kind, tmp_path)

@@ -11,13 +11,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from poseidon.engine.replicas import sum_of_bits
+
 LEARNING_STEPS = 2
 """Every backward of these steps is exchanged; what happens between backwards then shows whether it must stay so."""
 
 MOST_BACKWARDS = 1000
 """After so many without a step, nothing is learned any more: the script may step by itself."""
 
-State = list[tuple[int, int, int]]
+State = list[tuple[int, ...]]
 
 
 class Group:
@@ -35,6 +37,11 @@ class Group:
         """Backwards of the last step."""
         self._usual = 0
         """Of most steps; 0 while they are learned."""
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether what the script does in this step decides if gradients may wait for the last backward."""
+        return self._is_asked and not (self.goes_each or self._usual)
 
     def begins(self) -> bool:
         """Return whether the backward that begins now is exchanged."""
@@ -73,11 +80,19 @@ class Group:
         return self._usual
 
 
-def state_of(parameters: Sequence[Tensor]) -> State:
-    """Return what differs after somebody has changed parameters or their gradients."""
-    return [
+def state_of(parameters: Sequence[Tensor], with_bits: bool = False) -> State:
+    """Return what differs after somebody has changed parameters or their gradients.
+
+    ``with_bits`` looks at all values, too: what is changed through ``.data`` keeps its version.
+    """
+    state: State = [
         (parameter._version, 0, 0)
         if (gradient := parameter.grad) is None
         else (parameter._version, id(gradient), gradient._version)
         for parameter in parameters
     ]
+    if with_bits:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        values = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+        state.append((sum_of_bits(parameters), sum_of_bits(values)))
+    return state

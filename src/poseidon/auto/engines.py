@@ -57,6 +57,8 @@ class AutoFrontEnd(AutogradFrontEnd):
         self.group = group
         self._state: State = []
         """Of parameters and gradients, as the last backward of this step left them; empty if there was none."""
+        self._seen: State = []
+        """The same, or as what asks for gradients, such as a clipping function, left them since."""
         self.rounds: LocalRounds | None = None
         """With local steps: what exchanges the parameters."""
         self.watch_outputs((), ())
@@ -75,14 +77,9 @@ class AutoFrontEnd(AutogradFrontEnd):
         """
         group, is_found = self.group, False
         if not group.goes_each:
-            now = state_of(self.engine.parameters)
+            now = self._look()
             if self._state and now != self._state:
-                if group.is_pending:
-                    raise UnsupportedError(
-                        f"--accumulate: the script changed gradients, or parameters, of {label} between two backwards "
-                        "of one step, when each worker had its own; it did not in its first steps. Run it without "
-                        "--accumulate"
-                    )
+                self._refuse_if_pending(label, "between two backwards of one step")
                 is_found = group.changed()
             self._state = now
         self.engine.arm(group.begins(), values)
@@ -94,11 +91,28 @@ class AutoFrontEnd(AutogradFrontEnd):
         if is_exchanged:
             self._end()
         if not self.group.goes_each:
-            now = state_of(self.engine.parameters)
+            now = self._look()
             if now != self._state:
                 self.group.ended(is_exchanged)
-            self._state = now
+            self._state = self._seen = now
         return is_exchanged
+
+    def find_changes(self, label: str) -> bool:
+        """Look at gradients before somebody asks for them; return whether changes forbid to leave any out from now on.
+
+        A step that has another number of backwards exchanges its last ones only then: what is changed before, such as
+        values that the script limits itself, would be each worker's own.
+        """
+        group = self.group
+        if group.goes_each or not self._seen or self._look() == self._seen:
+            return False
+        self._refuse_if_pending(label, "before a step")
+        return group.is_learning and group.changed()
+
+    def settle(self) -> None:
+        """Note that gradients are as they should be: who asked for them may have changed them."""
+        if self._seen and not self.group.goes_each:
+            self._seen = self._look()
 
     def flush(self, values: int) -> bool:
         """Exchange what backwards without an exchange have left, if anything; return whether it did. Collective."""
@@ -110,12 +124,22 @@ class AutoFrontEnd(AutogradFrontEnd):
         self._report(reached)
         self._end()
         self.group.flushed()
-        self._state = []
+        self._state, self._seen = [], []
         return True
+
+    def _look(self) -> State:
+        return state_of(self.engine.parameters, self.group.is_learning)
+
+    def _refuse_if_pending(self, label: str, when: str) -> None:
+        if self.group.is_pending:
+            raise UnsupportedError(
+                f"--accumulate: the script changed gradients, or parameters, of {label} {when}, when each worker had "
+                "its own; it did not in its first steps. Run it without --accumulate"
+            )
 
     def note_step(self) -> int:
         """Note that the optimizer has taken a step, or that a GradScaler has skipped it (:meth:`Group.stepped`)."""
-        self._state = []
+        self._state, self._seen = [], []
         return self.group.stepped()
 
     def leave_layers_plain(self) -> None:
@@ -290,19 +314,36 @@ class Engines:
             for front_end in owner.front_ends:
                 if self._is_local(owner):
                     front_end.engine.arm(False, self._step.values)
-                elif front_end.prepare(self._step.values, owner.label) and self._accumulates:
-                    self._report.say(
-                        f"{owner.label}: gradients change between the backwards of a step, so each backward is "
-                        "exchanged, as without --accumulate"
-                    )
+                elif front_end.prepare(self._step.values, owner.label):
+                    self._say_each(owner)
 
     def flush(self, optimizer: Optimizer | None = None) -> None:
         """Exchange gradients of backwards that were not exchanged: an optimizer's, or all. Collective."""
-        owners = self.living() if optimizer is None else [self.owner_of(optimizer)]
-        front_ends = [front_end for owner in owners for front_end in (*owner.front_ends, *owner.borrowed)]
-        flushed = [front_end for front_end in front_ends if front_end.flush(self._step.values)]
+        flushed = []
+        for owner in self._asked(optimizer):
+            for front_end in (*owner.front_ends, *owner.borrowed):
+                if front_end.find_changes(owner.label):
+                    self._say_each(owner)
+                if front_end.flush(self._step.values):
+                    flushed.append(front_end)
         if flushed:  # asked in every step, where there is rarely anything
             self._note_exchanged(flushed)
+
+    def settle(self, optimizer: Optimizer | None = None) -> None:
+        """Note that who asked for an optimizer's gradients, or for all, may have changed them."""
+        for owner in self._asked(optimizer):
+            for front_end in (*owner.front_ends, *owner.borrowed):
+                front_end.settle()
+
+    def _asked(self, optimizer: Optimizer | None) -> Sequence[GradientOwner]:
+        return self.living() if optimizer is None else [self.owner_of(optimizer)]
+
+    def _say_each(self, owner: GradientOwner) -> None:
+        if self._accumulates:
+            self._report.say(
+                f"{owner.label}: gradients change between the backwards of a step, or before the step, so each "
+                "backward is exchanged, as without --accumulate"
+            )
 
     def exchange_each(self, owner: GradientOwner) -> None:
         """Exchange every backward of an owner from now on: its steps look at all of them (a closure)."""

@@ -133,14 +133,20 @@ class TorchGradients:
 
     def _flushed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Exchange what is pending before somebody looks at gradients."""
-        if not (self._step.is_forked or self._nesting.is_inside):
-            self._engines.flush()
-        return original(*args, **kwargs)
+        if self._step.is_forked or self._nesting.is_inside:
+            return original(*args, **kwargs)
+        self._engines.flush()
+        result = original(*args, **kwargs)
+        self._engines.settle()
+        return result
 
     def _unscaled(self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kw: Any) -> Any:
-        if self._has_owner(optimizer):
-            self._engines.flush(optimizer)
-        return original(scaler, optimizer, *args, **kw)
+        if not self._has_owner(optimizer):
+            return original(scaler, optimizer, *args, **kw)
+        self._engines.flush(optimizer)
+        result = original(scaler, optimizer, *args, **kw)
+        self._engines.settle(optimizer)
+        return result
 
     def _scaled_step(
         self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kw: Any

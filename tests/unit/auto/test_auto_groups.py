@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from poseidon.auto.accumulation import MOST_BACKWARDS, Group
+from poseidon.auto.accumulation import MOST_BACKWARDS, Group, state_of
 
 
 def play(counts: list[int], is_asked: bool = True) -> tuple[list[str], list[int]]:
@@ -85,3 +86,13 @@ def test_a_script_without_steps_is_not_watched_for_ever() -> None:
         assert group.begins()
         group.ended(True)
     assert group.goes_each
+
+
+def test_what_changes_through_data_is_seen_in_the_values() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.sum().backward()
+    before = [state_of([parameter], with_bits) for with_bits in (False, True)]
+    parameter.grad.data.zero_()
+    after = [state_of([parameter], with_bits) for with_bits in (False, True)]
+    assert before[0] == after[0]
+    assert before[1] != after[1]
