@@ -301,3 +301,48 @@ def test_a_linear_bound_that_takes_every_job_down_is_measured_once(monkeypatch, 
     bench._run_cluster((WORKER,), make_spec(2), 1.0, lambda _: None, made.append)
     assert jobs == [("linear", "ddp", "poseidon"), ("ddp", "poseidon"), ("poseidon",)]
     assert {each.failure for each in made[0].systems.values()} == {"gone"}
+
+
+def test_a_linear_bound_that_comes_late_a_second_time_is_left_out(monkeypatch):
+    jobs, made = [], []
+
+    def run_workers(workers, job, spec, timeout_s):
+        jobs.append(workers[0].systems)
+        if len(jobs) == 1:
+            say_all(
+                job, {"event": "begin", "system": "linear"}, finished("linear"), {"event": "begin", "system": "ddp"}
+            )
+            return JobResult(1, "gone", 1.0, (1, None))
+        for system in workers[0].systems:
+            say_all(job, {"event": "begin", "system": system})
+            if system == "linear":
+                return JobResult(124, "time limit reached", 1.0, (None, None))
+            say_all(job, finished(system))
+        say_all(job, {"event": "end"})
+        return JobResult(0, "", 1.0, (0, 0))
+
+    monkeypatch.setattr(bench, "_run_workers", run_workers)
+    bench._run_cluster((WORKER,), make_spec(2), 1.0, lambda _: None, made.append)
+    assert jobs == [WORKER.systems, ("linear", "poseidon"), ("poseidon",)]
+    assert [name for name, each in made[0].systems.items() if each.repetitions] == ["linear", "poseidon"]
+
+
+def test_a_second_job_that_never_begins_leaves_the_linear_bound_measured(monkeypatch):
+    jobs, made = [], []
+
+    def run_workers(workers, job, spec, timeout_s):
+        jobs.append(workers[0].systems)
+        if len(jobs) == 1:
+            say_all(
+                job, {"event": "begin", "system": "linear"}, finished("linear"), {"event": "begin", "system": "ddp"}
+            )
+        return JobResult(1, "gone", 1.0, (1, None))
+
+    monkeypatch.setattr(bench, "_run_workers", run_workers)
+    bench._run_cluster((WORKER,), make_spec(2), 1.0, lambda _: None, made.append)
+    assert len(jobs) == 2
+    assert {name: each.failure for name, each in made[0].systems.items()} == {
+        "linear": "",
+        "ddp": "gone",
+        "poseidon": "gone",
+    }

@@ -136,6 +136,8 @@ class CellEvents:
         self._failures: dict[str, str] = {}
         self._notes: dict[str, str] = {}
         self._profile: tuple[Profile, float] | None = None
+        self._linear_is_late = False
+        """Whether a job's time was up while the linear bound was measured again: it is not, another time."""
 
     def announce(self) -> None:
         """Say what is measured next."""
@@ -143,7 +145,7 @@ class CellEvents:
 
     def to_measure(self) -> WorkerSettings:
         """Return what to tell the ranks: systems that another job measured, or that took it down, are left out."""
-        done = {*self._failures, *(system for system in self._repetitions if system != LINEAR)}
+        done = {*self._failures, *(system for system in self._repetitions if system != LINEAR or self._linear_is_late)}
         return replace(self._worker, systems=tuple(one for one in self._worker.systems if one not in done))
 
     def goes_on_without(self, reason: str, is_late: bool) -> bool:
@@ -153,8 +155,11 @@ class CellEvents:
         """
         blamed, self._system = self._system, None
         if blamed is None:
-            self._failures |= dict.fromkeys(self.to_measure().systems, reason)
-        elif not (is_late and self._repetitions.get(blamed)):
+            unmeasured = [system for system in self.to_measure().systems if system not in self._repetitions]
+            self._failures |= dict.fromkeys(unmeasured, reason)
+        elif is_late and self._repetitions.get(blamed):
+            self._linear_is_late |= blamed == LINEAR
+        else:
             self._repetitions.pop(blamed, None)
             self._failures[blamed] = reason
         return bool(set(self.to_measure().systems) - {LINEAR})
