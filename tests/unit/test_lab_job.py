@@ -1,3 +1,5 @@
+import os
+import subprocess
 import sys
 
 import pytest
@@ -89,3 +91,29 @@ def test_bad_input_gets_one_line_and_a_status(options, complaint, capsys):
     error = capsys.readouterr().err
     assert complaint in error
     assert error.count("\n") == 1
+
+
+class BareLab:
+    """Machines that are none."""
+
+    machines = 2
+
+    def traffic(self):
+        return ()
+
+    def spawn(self, machine, command, env, **pipes):
+        return subprocess.Popen(command, env=env, **pipes)
+
+
+def test_output_that_cannot_be_shown_ends_the_job_with_that_error():
+    shown = []
+
+    def show(place, line):
+        shown.append(line)
+        raise ConfigError("the disk is full")
+
+    program = "import time; print('done', flush=True); print('more', flush=True); time.sleep(60)"
+    job = Job(BareLab(), [sys.executable, "-c", program], env=dict(os.environ), show=show)
+    with pytest.raises(ConfigError, match="the disk is full"):
+        job.run()
+    assert shown == ["done"]

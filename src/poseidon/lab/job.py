@@ -60,7 +60,8 @@ class Job:
     """Run one command as a worker on every machine of a lab.
 
     ``Job(lab, ["python", "train.py"]).run()`` blocks until all workers have ended and nothing of the job is left.
-    ``show`` receives each line of output with the worker's place; several threads call it, one at a time.
+    ``show`` receives each line of output with the worker's place; several threads call it, one at a time. An error in
+    it ends the job, and ``run`` raises it.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class Job:
         self._show = show or print_line
         self._id = secrets.token_hex(4)
         self._output_lock = threading.Lock()
+        self._unshown: Exception | None = None
+        """Why output could not be shown; no more of it is."""
         self._pumps: list[threading.Thread] = []
         self._counted_from = time.monotonic()
         if self._options.workers_per_machine < 1:
@@ -98,6 +101,8 @@ class Job:
             statuses = [worker.poll() for worker in workers]
         finally:
             self._end(workers)
+        if self._unshown is not None:
+            raise self._unshown
         seconds = time.monotonic() - began
         moved = tuple(after - start for after, start in zip(self._lab.traffic(), before, strict=True))
         status, reason = self._judge(failed, statuses)
@@ -127,10 +132,18 @@ class Job:
         with pipe:
             for line in pipe:
                 with self._output_lock:
-                    self._show(place, line.decode(errors="replace").rstrip("\r\n"))
+                    if self._unshown is None:
+                        self._show_line(place, line.decode(errors="replace").rstrip("\r\n"))
+
+    def _show_line(self, place: WorkerPlace, line: str) -> None:
+        # A worker whose output nobody reads any more would fail for that; the job ends for what was first.
+        try:
+            self._show(place, line)
+        except Exception as error:
+            self._unshown = error
 
     def _watch(self, workers: Sequence[subprocess.Popen[bytes]]) -> int | None:
-        """Wait until all have ended, or one has failed and must end the job, or time is up.
+        """Wait until all have ended, or one has failed and must end the job, or time is up, or output cannot be shown.
 
         Return the rank that failed first, None for none.
         """
@@ -143,6 +156,8 @@ class Job:
             if None not in statuses:
                 return first_failed
             if first_failed is not None and self._options.stop_on_failure:
+                return first_failed
+            if self._unshown is not None:
                 return first_failed
             if limit_s is not None and time.monotonic() - self._counted_from > limit_s:
                 return first_failed
