@@ -180,6 +180,23 @@ def replacing(path: StrPath, what: str) -> Iterator[Path]:
         raise ConfigError(f"cannot write {what} {str(path)!r}: {error}") from None
 
 
+def check_writable(path: StrPath, what: str) -> None:
+    """Raise what writing a file would raise, as far as that is known now: before the work whose results it is to hold.
+
+    Makes the folder that it lies in.
+    """
+    try:
+        target = Path(os.path.realpath(path))
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_file() or not target.exists():
+            with _beside(target):
+                pass
+    except OSError as error:
+        raise cannot("write", what, path, error) from error
+
+
 @contextlib.contextmanager
 def replacing_folder(path: StrPath, what: str) -> Iterator[Path]:
     """Yield an empty folder that becomes ``path``, which must not exist, when the block ends without error."""

@@ -139,6 +139,8 @@ def test_the_linear_bound_is_always_measured_and_first():
         (["--batch", "nosuch=3"], "--batch"),
         (["--paced", "5"], "FORWARD_MS:BACKWARD_MS"),
         (["--paced=-5:5"], "must not be negative"),
+        (["--paced", "nan:nan"], "must not be negative or endless"),
+        (["--paced", "5:inf"], "must not be negative or endless"),
         (["--steps", "0"], "--steps must be at least 1"),
         (["--rate", "5"], "10gbit"),
         (["--against", "ddp-powersgd", "--warmup", "2"], "use at least 3"),
@@ -157,6 +159,39 @@ def test_cells_without_any_speedup_leave_the_picture_out(tmp_path, capsys):
     assert main(["bench", "--plot", str(file)]) == 0
     assert not (tmp_path / "r.png").exists()
     assert "no picture" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("comparison", [["--models", "lenet"], ["--to-loss", "digits"]])
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--output", "folder"], "cannot write results folder: it is a folder, expected a file"),
+        (["--output", "file/below.json"], "cannot write results file/below.json: "),
+        (["--output", "both.png"], "--output both.png would be overwritten by the picture"),
+        (["--output", "file", "--picture", "./file"], "--output file would be overwritten by the picture"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(
+    comparison, options, complaint, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("kept")
+    assert main(["bench", *comparison, *options]) == 1
+    assert complaint in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "kept"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@pytest.mark.parametrize(("name", "reason"), [("p.txt", "Format 'txt' is not supported"), ("folder", "Is a directory")])
+def test_a_picture_that_cannot_be_drawn_is_left_out(name, reason, tmp_path, capsys):
+    (tmp_path / "folder").mkdir()
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps({"cells": results.cells_to_json([cell(linear=repetition(), ddp=repetition(20))])}))
+    assert main(["bench", "--plot", str(file), "--picture", str(tmp_path / name)]) == 0
+    error = capsys.readouterr().err
+    assert f"no picture: cannot write {tmp_path / name}: " in error
+    assert reason in error
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "3", "null", '"to_loss"'])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from poseidon import files
 from poseidon.errors import ConfigError
 from poseidon.lab.spec import MAX_MACHINES
 
@@ -16,8 +18,8 @@ def parse_paced(word: str) -> tuple[float, float]:
         forward, backward = (float(part) for part in word.split(":"))
     except ValueError:
         raise ConfigError(f"--paced {word!r} is not understood; write FORWARD_MS:BACKWARD_MS, such as 40:80") from None
-    if forward < 0 or backward < 0:
-        raise ConfigError(f"--paced {word!r}: times must not be negative")
+    if not (0 <= forward < math.inf and 0 <= backward < math.inf):
+        raise ConfigError(f"--paced {word!r}: times must not be negative or endless")
     return forward, backward
 
 
@@ -34,6 +36,17 @@ def parse_count(word: str) -> int:
     if not word.isdigit() or not 2 <= int(word) <= MAX_MACHINES:
         raise ConfigError(f"--machines {word!r}: a benchmark needs 2 to {MAX_MACHINES} machines")
     return int(word)
+
+
+def place_picture(output: Path, picture: Path | None) -> Path:
+    """Return where the picture goes; raise now, before hours of measuring, if the results could not be written."""
+    files.check_writable(output, "results")
+    picture = picture or output.with_suffix(".png")
+    if picture.resolve() == output.resolve():
+        raise ConfigError(
+            f"--output {output} would be overwritten by the picture; give the results another name, or --picture"
+        )
+    return picture
 
 
 def say(line: str) -> None:

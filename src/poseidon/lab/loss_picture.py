@@ -8,7 +8,7 @@ from pathlib import Path
 
 from poseidon.errors import ConfigError
 from poseidon.lab.loss_results import Comparison, outline, smooth
-from poseidon.lab.picture import FURTHER, STYLES
+from poseidon.lab.picture import FURTHER, STYLES, save
 from poseidon.lab.spec import format_rate
 
 
@@ -26,7 +26,7 @@ def draw_losses(comparisons: Sequence[Comparison], path: Path) -> None:
     figure = Figure(figsize=(6.4 * len(drawn), 4.4), layout="constrained")
     for axis, comparison in zip(figure.subplots(1, len(drawn), squeeze=False).flatten(), drawn, strict=True):
         _draw_panel(axis, comparison)
-    figure.savefig(path, dpi=130)
+    save(figure, path)
 
 
 def _draw_panel(axis: object, comparison: Comparison) -> None:

@@ -46,7 +46,16 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
         _draw_panel(axis, model, rate, [cell for cell in cells if (cell.model, cell.rate_bits) == (model, rate)])
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
-    figure.savefig(path, dpi=130)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure in the format that the file's name ends in; raises :class:`ConfigError` where that fails."""
+    try:
+        # Named, or another ending would be added to a name without one.
+        figure.savefig(path, dpi=130, format=path.suffix.removeprefix(".").lower() or "png")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write {path}: {error}") from error
 
 
 def speedup_lines(cells: Sequence[Cell]) -> dict[str, list[tuple[int, float]]]:
