@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import poseidon
 from poseidon.engine import choosing
+from poseidon.errors import MismatchError
 from ranks import run_ranks
 from small_net import batch_of
 from twins import slow_cluster
@@ -115,3 +116,31 @@ def _both_updates() -> bool:
 
 def test_owners_that_step_give_the_bits_of_the_server_after_accumulation_too() -> None:
     assert all(run_ranks(_both_updates, 3, env=[{"POSEIDON_MACHINE": str(rank)} for rank in range(3)]))
+
+
+def _one_accumulates(mode: str) -> str:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    options = {"find_unused_parameters": True, "routes": {"*": "factors", "1": "allreduce"}, "cluster": slow_cluster()}
+    if mode == "wrapper":
+        model = poseidon.DistributedDataParallel(net, **options)
+    else:
+        model, optimizer = poseidon.distribute(net, optimizer, **options)
+    try:
+        for step in range(4):
+            optimizer.zero_grad()
+            x, y = batch_of(step, dist.get_rank())
+            if step == 2 and dist.get_rank() == 1:
+                with model.no_sync():
+                    F.cross_entropy(model(x), y).backward()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("mode", ["wrapper", "distribute"])
+def test_a_worker_that_accumulates_alone_is_named_whatever_else_travels(mode: str) -> None:
+    for error in run_ranks(_one_accumulates, 2, mode):
+        assert "use no_sync() on all workers or on none" in error

@@ -83,6 +83,8 @@ class Backward:
         self._calls: PendingGather | None = None
         self._flags: PendingGather | None = None
         self._used: PendingGather | None = None
+        self._called: Sequence[RollCall] = ()
+        """The workers' roll calls, once they were read."""
         self._heard: Sequence[Sequence[int]] = ()
         """The workers' flags, if they were asked for before the rest."""
         clock = team.watch.clock
@@ -121,9 +123,7 @@ class Backward:
 
     def hear(self, used: Sequence[bool] = ()) -> Verdict:
         """Wait for what the others told; ``used``: parameters that any worker uses, if known beforehand."""
-        assert self._calls is not None
-        mine, words = self.step.call.words(), self._calls("the others to start backward")
-        calls = [self.step.call if row == mine else RollCall.from_words(row) for row in words]
+        calls = self._read_calls()
         flags = () if self._flags is None else self._heard or self._flags("the others' flags")
         told = [used] if used else []
         if self._used is not None:
@@ -138,8 +138,18 @@ class Backward:
         """Wait for the others' flags; return whether some landing is collective, as all workers find then."""
         if self._flags is None:
             return False
+        self._read_calls()
         self._heard = self._flags("the others' flags")
         return any(map(any, self._heard))
+
+    def _read_calls(self) -> Sequence[RollCall]:
+        """Wait for the others' roll calls, which come before flags: a worker that is out of step may send others."""
+        if not self._called:
+            assert self._calls is not None
+            mine, words = self.step.call.words(), self._calls("the others to start backward")
+            self._called = [self.step.call if row == mine else RollCall.from_words(row) for row in words]
+            self.step.check(self._called, self._team.rank)
+        return self._called
 
     def flights(self) -> list[Flight]:
         """Return everything under way, in an order in which all workers can land it."""
