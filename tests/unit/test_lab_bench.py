@@ -3,6 +3,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from poseidon.cli import bench as command
 from poseidon.cli.main import main
@@ -181,6 +182,15 @@ def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(
     assert complaint in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "kept"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@pytest.mark.parametrize("comparison", [["--models", "lenet"], ["--to-loss", "digits"]])
+def test_a_gpu_that_is_not_here_is_missed_before_anything_is_measured(comparison, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["bench", *comparison, "--device", "cuda"]) == 1
+    assert "--device cuda: PyTorch finds no GPU on this machine" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(("name", "reason"), [("p.txt", "Format 'txt' is not supported"), ("folder", "Is a directory")])

@@ -10,7 +10,7 @@ import torch
 
 from poseidon import files, zoo
 from poseidon.cli import to_loss
-from poseidon.cli.bench_words import parse_count, parse_paced, place_picture, report, say, words_of
+from poseidon.cli.bench_words import check_device, parse_count, parse_paced, place_picture, report, say, words_of
 from poseidon.cli.lab import ended_by_signals
 from poseidon.errors import ConfigError
 from poseidon.lab.bench import BenchSettings, run_bench, write_results
@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         _report(cells, args.picture or args.plot[0].with_suffix(".png"))
         return 0
     settings = make_settings(args)
+    check_device(args.device)
     picture = place_picture(args.output, args.picture)
     with ended_by_signals():
         cells = run_bench(settings, say, lambda cells: write_results(args.output, settings, cells))

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from poseidon import files
 from poseidon.errors import ConfigError
 from poseidon.lab.spec import MAX_MACHINES
@@ -36,6 +38,12 @@ def parse_count(word: str) -> int:
     if not word.isdigit() or not 2 <= int(word) <= MAX_MACHINES:
         raise ConfigError(f"--machines {word!r}: a benchmark needs 2 to {MAX_MACHINES} machines")
     return int(word)
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is not here: every worker would fail for it."""
+    if device == "cuda" and not torch.cuda.device_count():  # asks the driver, and takes no memory of a GPU
+        raise ConfigError("--device cuda: PyTorch finds no GPU on this machine; leave it out to measure on the CPU")
 
 
 def place_picture(output: Path, picture: Path | None) -> Path:

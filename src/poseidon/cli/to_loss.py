@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from poseidon import files
-from poseidon.cli.bench_words import parse_count, parse_paced, place_picture, report, say, words_of
+from poseidon.cli.bench_words import check_device, parse_count, parse_paced, place_picture, report, say, words_of
 from poseidon.cli.lab import ended_by_signals
 from poseidon.errors import ConfigError
 from poseidon.lab.loss_bench import LossSettings, check_losses, read_losses, resume, run_loss_bench, write_losses
@@ -99,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
         _report([read_losses(path)[1] for path in args.plot], args.picture or args.plot[0].with_suffix(".png"))
         return 0
     settings = make_settings(args)
+    check_device(args.device)
     picture = place_picture(args.output, args.picture)
     known = resume(args.output, settings)
     with ended_by_signals():
