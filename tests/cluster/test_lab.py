@@ -268,7 +268,8 @@ def test_down_leaves_a_running_job_alone_unless_told(capsys):
 
 def test_bench_measures_systems_and_writes_what_it_found(tmp_path):
     out = tmp_path / "bench.json"
-    options = "--models lenet,cifar10-quick --tiny --batch 4,cifar10-quick=2 --machines 2 --rate 1gbit --steps 2 --warmup 3 --repetitions 2"
+    options = "--models lenet,cifar10-quick --tiny --batch 4,cifar10-quick=2 --machines 2 --rate 1gbit"
+    options += " --steps 2 --warmup 3 --repetitions 2"
     command = [*POSEIDON, "bench", *options.split(), "--against", "ddp,ddp-powersgd", "--output", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

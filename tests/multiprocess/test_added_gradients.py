@@ -442,3 +442,55 @@ def _first_comes_a_table(how: str, clears: bool) -> None:
 @pytest.mark.parametrize("how", ["beside", "beside, first on one worker", "hidden", "checkpoint"])
 def test_a_table_whose_rows_travel_may_bring_the_first_gradient_of_a_backward(how: str, clears: bool) -> None:
     run_ranks(_first_comes_a_table, 2, how, clears)
+
+
+class _Looks(nn.Module):
+    """Looks rows up, or does without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 8)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, rows: Tensor, looks: bool) -> Tensor:
+        return self.last(self.table(rows).mean(1) if looks else torch.ones(len(rows), 8))
+
+
+def _penalized(mode: str, who: tuple[int, ...], clears: bool) -> float:
+    """Return by how much a table's gradient differs from the mean, where a penalty comes before the model's outputs."""
+
+    def loss_of(model: nn.Module, table: Tensor, rank: int, step: int) -> Tensor:
+        rows = torch.arange(6).view(2, 3) + rank
+        loss = model(rows, step != 1 or rank in who).square().mean()
+        return loss + (rank + 1) * table.square().sum()
+
+    torch.manual_seed(5)
+    net = _Looks()
+    plain = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    options = {"cluster": slow_cluster(), "routes": {"table": "rows", "last": "allreduce"}}
+    if mode == "wrapper":
+        model = poseidon.DistributedDataParallel(net, **options)
+    else:
+        model, optimizer = poseidon.distribute(net, optimizer, **options)
+    worst = 0.0
+    for step in range(3):
+        if clears:
+            optimizer.zero_grad()
+            plain.zero_grad()
+        loss_of(model, net.table.weight, dist.get_rank(), step).backward()
+        for rank in range(2):
+            (loss_of(plain, plain.table.weight, rank, step) / 2).backward()
+        worst = max(worst, float((net.table.weight.grad - plain.table.weight.grad).abs().max()))
+        optimizer.step()
+    model.close()
+    return worst
+
+
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("who", [(0,), (1,), ()])
+@pytest.mark.parametrize("mode", ["wrapper", "distribute"])
+def test_a_penalty_on_a_table_that_not_every_worker_looks_at_is_averaged(
+    mode: str, who: tuple[int, ...], clears: bool
+) -> None:
+    assert max(run_ranks(_penalized, 2, mode, who, clears)) < 2e-6

@@ -123,7 +123,13 @@ class Backward:
 
     def hear(self, used: Sequence[bool] = ()) -> Verdict:
         """Wait for what the others told; ``used``: parameters that any worker uses, if known beforehand."""
-        calls = self._read_calls()
+        if self._flags is not None or self._used is not None:
+            self._check_calls()
+        calls = self._called
+        if not calls:
+            assert self._calls is not None
+            mine, words = self.step.call.words(), self._calls("the others to start backward")
+            calls = [self.step.call if row == mine else RollCall.from_words(row) for row in words]
         flags = () if self._flags is None else self._heard or self._flags("the others' flags")
         told = [used] if used else []
         if self._used is not None:
@@ -138,18 +144,18 @@ class Backward:
         """Wait for the others' flags; return whether some landing is collective, as all workers find then."""
         if self._flags is None:
             return False
-        self._read_calls()
+        self._check_calls()
         self._heard = self._flags("the others' flags")
         return any(map(any, self._heard))
 
-    def _read_calls(self) -> Sequence[RollCall]:
-        """Wait for the others' roll calls, which come before flags: a worker that is out of step may send others."""
-        if not self._called:
-            assert self._calls is not None
-            mine, words = self.step.call.words(), self._calls("the others to start backward")
-            self._called = [self.step.call if row == mine else RollCall.from_words(row) for row in words]
-            self.step.check(self._called, self._team.rank)
-        return self._called
+    def _check_calls(self) -> None:
+        """Wait for the others' roll calls, before all else: a worker that is out of step may tell other things."""
+        if self._called:
+            return
+        assert self._calls is not None
+        self._called = [RollCall.from_words(row) for row in self._calls("the others to start backward")]
+        for other, call in enumerate(self._called):
+            self.step.call.check(call, self._team.rank, other)
 
     def flights(self) -> list[Flight]:
         """Return everything under way, in an order in which all workers can land it."""

@@ -255,17 +255,13 @@ class Step:
         Raises :class:`~poseidon.errors.MismatchError` if a worker is out of step; ``rank`` is this worker's.
         """
         assert self.phase is Phase.CLOSED, f"the others' calls came while the step is {self.phase.value}"
-        self.check(calls, rank)
+        for other, call in enumerate(calls):
+            if call is not self.call:
+                self.call.check(call, rank, other)
         by_item = dict(zip(self.schedule.flagged, map(tuple, zip(*flags, strict=True)), strict=True)) if flags else {}
         self.verdict = Verdict(tuple(calls), by_item, tuple(any(column) for column in zip(*used, strict=True)))
         self.phase = Phase.SETTLED if self.schedule.items else Phase.LANDED
         return self.verdict
-
-    def check(self, calls: Sequence[RollCall], rank: int) -> None:
-        """Raise :class:`~poseidon.errors.MismatchError` if a worker's roll call says that it is out of step."""
-        for other, call in enumerate(calls):
-            if call is not self.call:
-                self.call.check(call, rank, other)
 
     def land(self, item: int) -> None:
         """Record that an item has landed; the last one ends the step."""
