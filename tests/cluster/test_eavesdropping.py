@@ -21,6 +21,7 @@ from sshd import serving
 import nightly
 from poseidon.lab import Job, Lab
 from poseidon.lab.job import JobOptions
+from poseidon.wire.message import VERSION
 from run_jobs import Started
 
 pytestmark = pytest.mark.cluster
@@ -85,7 +86,7 @@ def check_silent(folder: Path, heard: Heard, modes: Sequence[str] = MODES) -> No
 def check_store(heard: Heard) -> None:
     """Check that what can be read is torch's own, and what Poseidon leaves in the store; nothing in other protocols."""
     readable = [one for some in heard.readable.values() for one in some]
-    assert not any(magic in one for magic in (b"poseidn1", b"PW\x03") for one in readable)
+    assert not any(magic in one for magic in (b"poseidn1", b"PW" + bytes([VERSION])) for one in readable)
     # Of gloo's random numbers four in a row may be printable, one of them a brace; eight are not.
     ours = [
         text for one in readable for text in texts(one) if re.search(r"^.*[{}].*$(?<=.{8})|poseidon|[a-z]+\":", text)
@@ -112,7 +113,7 @@ def test_without_encryption_the_search_finds_everything(tmp_path: Path) -> None:
     expected = [(mode, kind) for mode in ("allreduce", *MODES) for kind in CARRIED[mode]]
     assert not [one for one in expected if found[one] < 5], found
     everything = b"|".join(heard.all)
-    for text in (b"machine1", b"poseidn1", b"PW\x03", b'"fingerprint"'):
+    for text in (b"machine1", b"poseidn1", b"PW" + bytes([VERSION]), b'"fingerprint"'):
         assert text in everything
     # Not even now: it is never sent.
     assert (tmp_path / "secret").read_bytes() not in everything
