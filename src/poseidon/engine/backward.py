@@ -83,6 +83,8 @@ class Backward:
         self._calls: PendingGather | None = None
         self._flags: PendingGather | None = None
         self._used: PendingGather | None = None
+        self._words: Sequence[int] = ()
+        """This worker's roll call, as the others hear it."""
         self._called: Sequence[RollCall] = ()
         """The workers' roll calls, once they were read."""
         self._heard: Sequence[Sequence[int]] = ()
@@ -123,13 +125,7 @@ class Backward:
 
     def hear(self, used: Sequence[bool] = ()) -> Verdict:
         """Wait for what the others told; ``used``: parameters that any worker uses, if known beforehand."""
-        if self._flags is not None or self._used is not None:
-            self._check_calls()
-        calls = self._called
-        if not calls:
-            assert self._calls is not None
-            mine, words = self.step.call.words(), self._calls("the others to start backward")
-            calls = [self.step.call if row == mine else RollCall.from_words(row) for row in words]
+        calls = self._called or self._hear_calls()
         flags = () if self._flags is None else self._heard or self._flags("the others' flags")
         told = [used] if used else []
         if self._used is not None:
@@ -144,18 +140,19 @@ class Backward:
         """Wait for the others' flags; return whether some landing is collective, as all workers find then."""
         if self._flags is None:
             return False
-        self._check_calls()
+        self._hear_calls()
         self._heard = self._flags("the others' flags")
         return any(map(any, self._heard))
 
-    def _check_calls(self) -> None:
+    def _hear_calls(self) -> Sequence[RollCall]:
         """Wait for the others' roll calls, before all else: a worker that is out of step may tell other things."""
-        if self._called:
-            return
         assert self._calls is not None
-        self._called = [RollCall.from_words(row) for row in self._calls("the others to start backward")]
+        mine, words = self.step.call, self._calls("the others to start backward")
+        self._called = [mine if row == self._words else RollCall.from_words(row) for row in words]
         for other, call in enumerate(self._called):
-            self.step.call.check(call, self._team.rank, other)
+            if call is not mine:
+                mine.check(call, self._team.rank, other)
+        return self._called
 
     def flights(self) -> list[Flight]:
         """Return everything under way, in an order in which all workers can land it."""
@@ -195,7 +192,8 @@ class Backward:
                 assert self.stopwatch is not None
                 self.stopwatch.mark_ready(action.item)
             elif isinstance(action, Call):
-                self._calls = self._team.start_gather(action.roll_call.words())
+                self._words = action.roll_call.words()
+                self._calls = self._team.start_gather(self._words)
             elif isinstance(action, Compare):
                 self._flags = self._team.start_gather(action.flags)
             else:
