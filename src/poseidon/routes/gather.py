@@ -33,6 +33,7 @@ from poseidon.routes.factors import (
     row_dtype,
 )
 from poseidon.routes.room import Room
+from poseidon.routes.zeros import drop_zeros, restore_zeros
 from poseidon.team.team import Team
 
 # Renamed in torch 2.13.
@@ -125,7 +126,7 @@ class _GatherExchange(Exchange):
         self._mine = rows.view(-1).view(torch.uint8)
         self.has_late_flags = bool(room.values)
         if room.values:
-            self._mine, filled = room.layout(self._width).drop_zeros(rows)
+            self._mine, filled = drop_zeros(room.layout(self._width), rows)
             self._filled = _later(filled)
         self.sent_bytes = self._mine.nbytes
         # As bytes: not every backend knows every type.
@@ -171,7 +172,7 @@ class _GatherExchange(Exchange):
 
     def _all_rows(self) -> Tensor:
         if self._room.values:
-            return self._room.layout(self._width).restore_zeros(self._everybody)
+            return restore_zeros(self._room.layout(self._width), self._everybody)
         return self._everybody.view(self._room.dtype).view(-1, self._width)
 
     def _give_again(self) -> None:

@@ -90,15 +90,17 @@ class RoomLayout:
     @property
     def size_bytes(self) -> int:
         """Of the whole."""
-        return self._values_at + _align((self.values + 1) * self.dtype.itemsize)
+        return self.values_at + _align((self.values + 1) * self.dtype.itemsize)
 
     @property
-    def _bitmap_bytes(self) -> int:
+    def bitmap_bytes(self) -> int:
+        """Of the bits, with which it begins."""
         return -(-self.rows * self.width // 8)
 
     @property
-    def _values_at(self) -> int:
-        return _align(self._bitmap_bytes)
+    def values_at(self) -> int:
+        """Where the values begin, in bytes."""
+        return _align(self.bitmap_bytes)
 
     def drop_zeros(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the bytes of these rows, and how many values are not zero: more than fit, if the bytes are useless.
@@ -108,34 +110,38 @@ class RoomLayout:
         integers = rows.view(INTEGERS[self.dtype.itemsize]).view(-1)
         mask = integers != 0
         counts = mask.cumsum(0, dtype=self._index(integers))
-        data = torch.empty(self.size_bytes, dtype=torch.uint8, device=rows.device)
+        data = torch.zeros(self.size_bytes, dtype=torch.uint8, device=rows.device)  # what aligns the parts, too
         padded = F.pad(mask, (0, -mask.numel() % 8)).view(-1, 8)
-        data[: self._bitmap_bytes] = (padded << _shifts(rows.device)).sum(1, dtype=torch.uint8)
+        data[: self.bitmap_bytes] = (padded << _shifts(rows.device)).sum(1, dtype=torch.uint8)
         # By asking where the count reaches each number: to scatter values would be slow where torch is to be
         # deterministic. Behind the last one there is a zero, which the spare place gets if all fit.
         numbers = torch.arange(1, self.values + 2, dtype=counts.dtype, device=rows.device)
         sources = torch.searchsorted(counts, numbers, out_int32=counts.dtype is torch.int32)
         values = F.pad(integers, (0, 1)).index_select(0, sources)
-        data[self._values_at :].view(integers.dtype)[: self.values + 1] = values
+        data[self.values_at :].view(integers.dtype)[: self.values + 1] = values
         return data, counts[-1]
 
     def restore_zeros(self, data: Tensor) -> Tensor:
         """Return the rows of all workers, given what :meth:`drop_zeros` returned on each, one after the other."""
         parts = data.view(-1, self.size_bytes)
-        bits = parts[:, : self._bitmap_bytes].unsqueeze(2) >> _shifts(data.device) & 1
+        bits = parts[:, : self.bitmap_bytes].unsqueeze(2) >> _shifts(data.device) & 1
         mask = bits.view(len(parts), -1)[:, : self.rows * self.width] != 0
         integers, itemsize = data.view(INTEGERS[self.dtype.itemsize]), self.dtype.itemsize
-        index = self._index(integers)
-        places = mask.cumsum(1, dtype=index).sub_(1).clamp_(max=self.values)
+        index = self._index(integers, mask)
+        # One long sum, not one for each worker: a device adds up each row of those with a single block of threads.
+        sums = mask.reshape(-1).cumsum(0, dtype=index).view_as(mask)
+        before = F.pad(sums[:-1, -1:], (0, 0, 1, 0))
+        places = (sums - before).sub_(1).clamp_(max=self.values)
         places.masked_fill_(mask.logical_not_(), self.values)  # the spare place, which is zero
-        first, stride = self._values_at // itemsize, self.size_bytes // itemsize
+        first, stride = self.values_at // itemsize, self.size_bytes // itemsize
         places += torch.arange(first, integers.numel(), stride, dtype=index, device=data.device).unsqueeze(1)
         return integers.index_select(0, places.view(-1)).view(self.dtype).view(-1, self.width)
 
     @staticmethod
-    def _index(integers: Tensor) -> torch.dtype:
+    def _index(*tensors: Tensor) -> torch.dtype:
         """Return a type that holds any place; the shorter one is half the traffic, and there is little else here."""
-        return torch.int32 if integers.numel() < torch.iinfo(torch.int32).max else torch.int64
+        most = max(tensor.numel() for tensor in tensors)
+        return torch.int32 if most < torch.iinfo(torch.int32).max else torch.int64
 
 
 def is_plain(tensor: Tensor) -> bool:
