@@ -1,15 +1,16 @@
 """Step 3, allreduce: full gradients, averaged by the collectives of torch.distributed.
 
-Gradients are divided before they are summed, as PyTorch's own DDP does, so that half-precision sums do not overflow. On
-gloo, workers that share a machine combine inside it first, and each carries its share of the traffic between machines;
-NCCL knows the topology and does the same by itself. If all workers share one machine, gradients on the CPU are summed
-in memory that they share (``local.py``), and divided afterwards.
+Gradients are divided before they are summed, as PyTorch's own DDP does, so that half-precision sums do not overflow;
+NCCL does it as it reads them. On gloo, workers that share a machine combine inside it first, and each carries its share
+of the traffic between machines; NCCL knows the topology and does the same by itself. If all workers share one machine,
+gradients on the CPU are summed in memory that they share (``local.py``), and divided afterwards.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ class AllreduceExchanger(Exchanger):
 
     def __init__(self, context: Context) -> None:
         team = self._team = context.team
-        use_levels = team.topology.has_levels and team.topology.is_even and not team.is_nccl
+        self._is_nccl = team.is_nccl
+        use_levels = team.topology.has_levels and team.topology.is_even and not self._is_nccl
         self._levels = Levels(team, open_level_board(team)) if use_levels else None
         self._counterparts = team.new_group(team.topology.counterparts(team.rank)) if use_levels else None
         self._is_local = len(team.topology.machines) == 1 and not context.is_cuda
@@ -69,11 +71,13 @@ class AllreduceExchanger(Exchanger):
         levels = None if flat.is_cuda else self._levels
         if levels is not None and self._counterparts is None:
             return LevelsExchange(self._team, levels.start_mean(flat, name), name)
-        flat.div_(self._team.size)
+        averages = self._is_nccl and flat.is_cuda
+        if not averages:
+            flat.div_(self._team.size)
         if levels is not None:
             return LevelsExchange(self._team, levels.start(flat, name, self._between), name)
         self._reduced_bytes += flat.nbytes
-        return _FlatExchange(self._team, flat, name)
+        return _FlatExchange(self._team, flat, name, _options(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM))
 
     def sent_by_route(self) -> dict[str, int]:
         """Return the bytes sent so far, as a ring sends them: each worker every value twice, but for its share."""
@@ -90,13 +94,13 @@ class AllreduceExchanger(Exchanger):
 
 
 class _FlatExchange(Exchange):
-    def __init__(self, team: Team, flat: Tensor, name: str) -> None:
+    def __init__(self, team: Team, flat: Tensor, name: str, options: dist.AllreduceOptions) -> None:
         self._team = team
         self._flat = flat
         self._name = name
         # Not by way of dist.all_reduce, whose checks and logs take longer than to start a small one.
         # Nor does the group itself know complex numbers.
-        self._work = team.group.allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], _sums())
+        self._work = team.group.allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], options)
 
     def finish(self, is_used: bool) -> None:  # noqa: ARG002
         self.wait()
@@ -110,8 +114,9 @@ class _FlatExchange(Exchange):
 
 
 @functools.cache
-def _sums() -> dist.AllreduceOptions:
+def _options(operation: Any) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
+    options.reduceOp = operation
     if hasattr(options, "asyncOp"):  # since torch 2.7
         options.asyncOp = True
     return options

@@ -119,7 +119,8 @@ class _GatherExchange(Exchange):
             self._known_flags |= Flag.MISFIT
         # Kept until the exchange is over: torch forgets what a collective reads with the first wait for it, whichever
         # stream waits. And some worker's rows may not fit; then these travel again.
-        self._rows = rows = torch.zeros(room.rows, self._width, dtype=room.dtype, device=unit.weight.device)
+        make = torch.empty if fits and self._count == room.rows else torch.zeros
+        self._rows = rows = make(room.rows, self._width, dtype=room.dtype, device=unit.weight.device)
         self._fits = fits
         if fits:
             fill_rows(rows, brought.take_pieces())
