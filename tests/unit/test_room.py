@@ -82,6 +82,18 @@ def test_room_for_values_has_a_little_slack_and_more_after_an_overflow() -> None
     assert Room.after(room, [8, 8], F32, values=260) == Room(8, F32, overflows=3)
 
 
+def test_what_did_not_fit_long_ago_is_forgotten() -> None:
+    often, rarely = Room(8, F32, values=100), Room(8, F32, values=100)
+    for _ in range(5):
+        often = Room.after(often, [8, 8], F32, values=120, fitted=20)
+        rarely = Room.after(rarely, [8, 8], F32, values=120, fitted=200)
+    assert not often.values
+    assert rarely == Room(8, F32, values=150, overflows=1)
+    for count in range(9, 15):
+        rarely = Room.after(rarely, [count, 8], F32, fitted=200)
+        assert rarely.rows >= count
+
+
 def test_more_rows_get_more_room_for_their_values_too() -> None:
     room = Room.after(Room(8, F32, values=100), [16, 8], F32, values=200)
     assert room == Room(20, F32, misfits=1, values=250)

@@ -472,8 +472,9 @@ class Engine:
 
     def _prepare(self, unit: LiveUnit, live: LiveSchedule) -> Brought:
         brought = Brought()
-        # Owners that take the step average what gradients were before, too.
-        is_apart = "rows" in live.deliveries[unit.index] and not (unit.spec.is_sparse or self.options.serves)
+        # Where a full gradient travels anyway, what it was before is averaged with it, as torch's class does.
+        delivery = live.deliveries[unit.index]
+        is_apart = delivery in ("rows", "rows and factors") and not (unit.spec.is_sparse or self.options.serves)
         if is_apart and self._number_of[unit.weight] in self._early:
             brought.holds_before = True
         elif is_apart:

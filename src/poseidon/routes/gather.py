@@ -12,6 +12,7 @@ mixture's experts often are, messages remain.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,17 +54,21 @@ class GatherExchanger(Exchanger):
         """How many bytes of each worker's rows must be saved for zeros to be left out."""
         self._rooms: dict[int, Room | None] = {}
         """By unit."""
+        self._fitted: Counter[int] = Counter()
+        """By unit: exchanges in its room since the last that did not fit."""
         self._sent_bytes = 0
         context.team.meter(self.sent_by_route)
 
     def prepare(self, items: Sequence[LiveItem]) -> None:  # noqa: ARG002
         """Forget how many rows the units had under the last plan."""
         self._rooms.clear()
+        self._fitted.clear()
 
     def start(self, item: LiveItem, brought: Sequence[Brought], step: int) -> Exchange:
         """Send the rows of factors: in the room there is for them, or by messages."""
         room = self._rooms.get(item.unit.index)
         if room is not None and room.rows:
+            self._fitted[item.unit.index] += 1
             exchange = _GatherExchange(self._team, self, room, item, brought[0], step)
             self._sent_bytes += exchange.sent_bytes * (self._team.size - 1)
             return exchange
@@ -82,7 +87,8 @@ class GatherExchanger(Exchanger):
     def learn(self, item: LiveItem, factors: Factors) -> None:
         """Make room for what all workers brought; called for the same exchanges on all workers."""
         unit = item.unit.index
-        room = Room.after(self._rooms.get(unit), factors.counts, factors.rows.dtype, factors.values)
+        fitted = self._fitted.pop(unit, 0)
+        room = Room.after(self._rooms.get(unit), factors.counts, factors.rows.dtype, factors.values, fitted)
         if room is not None and room.values:
             room = room.unless_useless(sum(item.unit.weight.shape), self._least_saved)
         self._rooms[unit] = room

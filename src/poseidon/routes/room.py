@@ -24,7 +24,9 @@ _SPARE = 1.25
 _EMPTIEST = 0.5
 """Share of the room that must be filled on average; with less, messages carry fewer bytes."""
 _MISFITS = 3
-"""After so many under one plan, a unit stays with messages, or its zeros travel too."""
+"""After so many in short succession, a unit stays with messages, or its zeros travel too."""
+_QUIET = 100
+"""After so many exchanges that fitted, what did not fit before is forgotten: layers change slowly in long trainings."""
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """As which the bits of a value are read, by its bytes."""
 _ALIGNMENT = 8
@@ -43,16 +45,21 @@ class Room:
     overflows: int = 0
 
     @classmethod
-    def after(cls, before: Room | None, counts: Sequence[int], dtype: torch.dtype, values: int = 0) -> Room | None:
+    def after(
+        cls, before: Room | None, counts: Sequence[int], dtype: torch.dtype, values: int = 0, fitted: int = 0
+    ) -> Room | None:
         """Return the room after an exchange by messages of so many rows per worker; None: not known yet.
 
-        ``values``: the most that any worker had which are not zero; 0: zeros shall travel, too.
+        ``values``: the most that any worker had which are not zero; 0: zeros shall travel, too. ``fitted``: how many
+        exchanges did, since the last one that did not.
         """
         most = max(counts)
         if before is None:
             if most == 0:
                 return None
             return cls(most, dtype, values=math.ceil(values * SLACK))._unless_empty(counts)
+        if fitted >= _QUIET:
+            before = replace(before, misfits=0, overflows=0)
         if before.values and before.holds(most, dtype):
             more = replace(before, overflows=before.overflows + 1)
             return replace(more, values=math.ceil(values * _SPARE) if more.overflows < _MISFITS else 0)

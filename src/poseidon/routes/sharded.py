@@ -104,7 +104,8 @@ class ShardedExchanger(Exchanger):
         if not slot.width:
             return self.average(item.pack(), slot, step, item.name)
         (mine,), unit = brought, item.unit
-        rest, unit.weight.grad = unit.weight.grad, None
+        found = rest = unit.weight.grad
+        unit.weight.grad = None
         if mine.early is None:
             if mine.head is None:
                 mine.head = torch.zeros_like(unit.weight)
@@ -114,7 +115,7 @@ class ShardedExchanger(Exchanger):
             self.start_early(item, mine, step)
         self._rows.send(slot, step, rest)
         assert mine.early is not None
-        return SplitExchange(unit, mine, mine.early)
+        return SplitExchange(unit, mine, found, mine.early)
 
     def start_early(self, item: LiveItem, brought: Brought, step: int) -> None:
         """Begin to replace the head's gradient by the mean of the whole, in place."""

@@ -89,22 +89,18 @@ class RowSender:
 class SplitExchange(Exchange):
     """A table's gradient under way; its mean comes back where the head's gradient lay."""
 
-    def __init__(self, unit: LiveUnit, brought: Brought, summed: Exchange) -> None:
+    def __init__(self, unit: LiveUnit, brought: Brought, rest: Tensor | None, summed: Exchange) -> None:
         self._unit = unit
         self._brought = brought
+        self._rest = rest
+        """What was in ``.grad``."""
         self._summed = summed
 
     def finish(self, is_used: bool) -> None:
-        """Add the mean to ``.grad``."""
+        """Put the mean into ``.grad``."""
         self._summed.finish(is_used)
-        weight, brought = self._unit.weight, self._brought
-        mean, kept = brought.head, brought.kept
-        brought.head = brought.kept = None
-        if not is_used:
-            weight.grad = kept
-        else:
-            assert mean is not None
-            weight.grad = mean if kept is None else kept.add_(mean)
+        mean, self._brought.head = self._brought.head, None
+        self._unit.weight.grad = mean if is_used else self._rest
 
     def join_stream(self) -> None:
         """Make the current stream wait for it."""
