@@ -6,7 +6,7 @@ import sys
 import torch
 from torch import nn
 
-from poseidon.auto.engines import GradientOwner
+from poseidon.auto.front_ends import GradientOwner
 from poseidon.auto.output import Tail
 from poseidon.auto.owners import Census, find_holding, find_roots
 from poseidon.engine.outputs import find_leaves
