@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -74,12 +75,11 @@ def test_more_values_than_fit_are_counted_and_harm_no_other_worker() -> None:
 def test_room_for_values_has_a_little_slack_and_more_after_an_overflow() -> None:
     room = Room.after(None, [8, 8], F32, values=100)
     assert room == Room(8, F32, values=105)
-    room = Room.after(room, [8, 8], F32, values=120)
-    assert room == Room(8, F32, values=150, overflows=1)
-    room = Room.after(room, [8, 8], F32, values=200)
-    assert room == Room(8, F32, values=250, overflows=2)
-    # The third time zeros travel too: the rows themselves have always fitted, so messages are not needed.
-    assert Room.after(room, [8, 8], F32, values=260) == Room(8, F32, overflows=3)
+    for overflows, values in enumerate((120, 200, 250, 280), start=1):
+        room = Room.after(room, [8, 8], F32, values=values)
+        assert room == Room(8, F32, values=math.ceil(1.1 * values), overflows=overflows)
+    # The fifth time zeros travel too: the rows themselves have always fitted, so messages are not needed.
+    assert Room.after(room, [8, 8], F32, values=310) == Room(8, F32, overflows=5)
 
 
 def test_what_did_not_fit_long_ago_is_forgotten() -> None:
@@ -88,7 +88,7 @@ def test_what_did_not_fit_long_ago_is_forgotten() -> None:
         often = Room.after(often, [8, 8], F32, values=120, fitted=20)
         rarely = Room.after(rarely, [8, 8], F32, values=120, fitted=200)
     assert not often.values
-    assert rarely == Room(8, F32, values=150, overflows=1)
+    assert rarely == Room(8, F32, values=132, overflows=1)
     for count in range(9, 15):
         rarely = Room.after(rarely, [count, 8], F32, fitted=200)
         assert rarely.rows >= count
@@ -96,7 +96,7 @@ def test_what_did_not_fit_long_ago_is_forgotten() -> None:
 
 def test_more_rows_get_more_room_for_their_values_too() -> None:
     room = Room.after(Room(8, F32, values=100), [16, 8], F32, values=200)
-    assert room == Room(20, F32, misfits=1, values=250)
+    assert room == Room(20, F32, misfits=1, values=math.ceil(1.1 * 200))
     # Once zeros travel, they continue to.
     assert Room.after(Room(8, F32), [16, 8], F32, values=200) == Room(20, F32, misfits=1)
     # Where messages remain, they leave zeros out by themselves.

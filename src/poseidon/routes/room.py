@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from poseidon.planning.shipments import LEAST_SAVED, SLACK
 
-_SPARE = 1.25
-"""Room for rows, or values, once a unit has had more than expected."""
+_SPARE_ROWS, _SPARE_VALUES = 1.25, 1.1
+"""Room for rows and for values, once a unit has had more than expected; what is not used of it travels, too."""
 _EMPTIEST = 0.5
 """Share of the room that must be filled on average; with less, messages carry fewer bytes."""
-_MISFITS = 3
+_MISFITS, _OVERFLOWS = 3, 5
 """After so many in short succession, a unit stays with messages, or its zeros travel too."""
 _QUIET = 100
 """After so many exchanges that fitted, what did not fit before is forgotten: layers change slowly in long trainings."""
@@ -62,9 +62,9 @@ class Room:
             before = replace(before, misfits=0, overflows=0)
         if before.values and before.holds(most, dtype):
             more = replace(before, overflows=before.overflows + 1)
-            return replace(more, values=math.ceil(values * _SPARE) if more.overflows < _MISFITS else 0)
-        more = replace(before, rows=math.ceil(most * _SPARE), dtype=dtype, misfits=before.misfits + 1)
-        return replace(more, values=math.ceil(values * _SPARE) if before.values else 0)._unless_empty(counts)
+            return replace(more, values=math.ceil(values * _SPARE_VALUES) if more.overflows < _OVERFLOWS else 0)
+        more = replace(before, rows=math.ceil(most * _SPARE_ROWS), dtype=dtype, misfits=before.misfits + 1)
+        return replace(more, values=math.ceil(values * _SPARE_VALUES) if before.values else 0)._unless_empty(counts)
 
     def _unless_empty(self, counts: Sequence[int]) -> Room:
         is_hopeless = self.misfits == _MISFITS or sum(counts) < _EMPTIEST * self.rows * len(counts)
