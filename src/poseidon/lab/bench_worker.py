@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -234,20 +233,19 @@ def _time_steps(trainer: Trainer, settings: WorkerSettings, device: torch.device
     settle(device)
     sent_before = bytes_sent()
     settle(device)
+    # One more that is not timed: what its forward would have to wait for has arrived while all met.
+    losses.append(trainer.step())
     laps = Laps(device)
-    began = time.perf_counter()
     laps.mark()
     for _ in range(settings.steps):
         losses.append(trainer.step())
         laps.mark()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - began
+    seconds = laps.seconds()
     settle(device)
-    sent = bytes_sent() - sent_before
-    laps_ms = tuple(round(lap_s * 1e3, 2) for lap_s in laps.seconds())
+    sent_bytes = (bytes_sent() - sent_before) / (settings.steps + 1)
     first, last = (losses[step].item() for step in (0, min(len(losses), COMPARED_STEPS) - 1))
-    return _Block(seconds / settings.steps * 1e3, sent / settings.steps, first, last, trainer.note(), laps_ms)
+    laps_ms = tuple(round(lap_s * 1e3, 2) for lap_s in seconds)
+    return _Block(fmean(seconds) * 1e3, sent_bytes, first, last, trainer.note(), laps_ms)
 
 
 def settle(device: torch.device) -> None:
