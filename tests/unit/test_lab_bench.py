@@ -8,7 +8,8 @@ import torch
 from poseidon.cli import bench as command
 from poseidon.cli.main import main
 from poseidon.errors import ConfigError
-from poseidon.lab import bench, picture, results
+from poseidon.engine import stopwatch
+from poseidon.lab import bench, bench_worker, picture, results
 from poseidon.lab.bench import CellEvents, JobEvents
 from poseidon.lab.bench_worker import MARK, WorkerSettings
 from poseidon.lab.environment import WorkerPlace
@@ -37,6 +38,34 @@ def parse(*options):
 def test_median_and_spread_ignore_order():
     measured = Measured(tuple(repetition(ms, sent=ms) for ms in (30, 10, 11)))
     assert (measured.step_ms, measured.spread_ms, measured.sent_bytes) == (11, (10, 30), 11)
+
+
+class Overlapping:
+    """A system that waits in each step for what the last one sent, on a clock of its own: 10 ms, unless all have met."""
+
+    def __init__(self):
+        self.now_s = 0.0
+        self.waits = False
+
+    def meet(self, device):
+        self.waits = False
+
+    def step(self):
+        self.now_s += 0.01 if self.waits else 0.003
+        self.waits = True
+        return torch.tensor(1.0)
+
+    def note(self):
+        return ""
+
+
+def test_a_step_that_has_nothing_to_wait_for_is_not_timed(monkeypatch):
+    trainer = Overlapping()
+    monkeypatch.setattr(bench_worker, "settle", trainer.meet)
+    monkeypatch.setattr(stopwatch, "_now", lambda is_cuda: trainer.now_s)
+    block = bench_worker._time_steps(trainer, WORKER, torch.device("cpu"))
+    assert block.laps_ms == (10.0,) * WORKER.steps
+    assert block.step_ms == pytest.approx(10)
 
 
 def test_wire_bound_of_resnet152_on_8_machines():
