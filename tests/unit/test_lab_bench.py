@@ -7,8 +7,8 @@ import torch
 
 from poseidon.cli import bench as command
 from poseidon.cli.main import main
-from poseidon.errors import ConfigError
 from poseidon.engine import stopwatch
+from poseidon.errors import ConfigError
 from poseidon.lab import bench, bench_worker, picture, results
 from poseidon.lab.bench import CellEvents, JobEvents
 from poseidon.lab.bench_worker import MARK, WorkerSettings
@@ -41,7 +41,7 @@ def test_median_and_spread_ignore_order():
 
 
 class Overlapping:
-    """A system that waits in each step for what the last one sent, on a clock of its own: 10 ms, unless all have met."""
+    """A system that waits in each step for what the last one sent, on its own clock: 10 ms, unless all have met."""
 
     def __init__(self):
         self.now_s = 0.0
@@ -62,7 +62,7 @@ class Overlapping:
 def test_a_step_that_has_nothing_to_wait_for_is_not_timed(monkeypatch):
     trainer = Overlapping()
     monkeypatch.setattr(bench_worker, "settle", trainer.meet)
-    monkeypatch.setattr(stopwatch, "_now", lambda is_cuda: trainer.now_s)
+    monkeypatch.setattr(stopwatch, "_now", lambda _: trainer.now_s)
     block = bench_worker._time_steps(trainer, WORKER, torch.device("cpu"))
     assert block.laps_ms == (10.0,) * WORKER.steps
     assert block.step_ms == pytest.approx(10)
