@@ -118,9 +118,9 @@ def distribute(
     With ``lossy`` gradients travel in fewer bytes and lose something: see :class:`~poseidon.DistributedDataParallel`
     and ``docs/lossy.md``. Only ``consistency="bsp"`` and ``update="worker"`` take it.
 
-    ``max_grad_norm`` clips the norm of all gradients together (under ssp, asp and local: of the worker's own). The
-    other options are those of :class:`~poseidon.DistributedDataParallel`; of these, ssp and asp accept ``timeout_s``,
-    ``managed`` and ``settings``.
+    ``max_grad_norm`` clips the norm of all gradients together (under ssp, asp and local: of the worker's own), after
+    the optimizer's own pre-hooks. The other options are those of :class:`~poseidon.DistributedDataParallel`; of these,
+    ssp and asp accept ``timeout_s``, ``managed`` and ``settings``.
     """
     check_optimizer(optimizer)
     check_owns(model, optimizer)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from poseidon.auto.arrangement import find_meeting, has_samples_in, shape_of
 from poseidon.auto.reductions import PASSING, has_samples, joins_terms, sizes_of
 from poseidon.auto.samplewise import ADDING, find_sample_losses
 
@@ -107,7 +108,7 @@ def _walk(root: Any, samples: int) -> Iterator[str]:
         children = [child for child, _ in node.next_functions if child is not None]
         if name.startswith(_NORMALISING):
             # Normalisation of instances is that of a batch of one with more channels.
-            if getattr(node, "_saved_training", False) and _shape(node)[:1] != (1,):
+            if getattr(node, "_saved_training", False) and shape_of(node)[:1] != (1,):
                 yield NORMALISED
             waiting += [_Visit(child, _BELOW) for child in children]
             continue
@@ -118,6 +119,8 @@ def _walk(root: Any, samples: int) -> Iterator[str]:
             continue
         if name in ADDING:
             searched.update(children)
+        if met := find_meeting(node, samples):
+            yield f"samples of a batch are compared with each other ({met})"
         is_linear = name in _WHOLE or name in _ALONG or getattr(node, "_saved_reduction", 0) in (1, 2)
         if _reduces(node, samples, visit.where != _BELOW) and not (
             visit.where != _BELOW and joins_terms(node, samples)
@@ -132,7 +135,7 @@ def _walk(root: Any, samples: int) -> Iterator[str]:
                 yield "samples are multiplied by weights that add up to one in each worker's part of a batch"
             waiting += [_Visit(child, _BELOW) for child in children]
         elif visit.where == _BELOW:
-            if name in _MIXING and _axis(_shape(node), samples) in _axes(node, len(_shape(node))):
+            if name in _MIXING and _axis(shape_of(node), samples) in _axes(node, len(shape_of(node))):
                 yield f"a {_word(node)} over a batch's samples is taken"
             elif _compares(node, samples):
                 yield f"samples of a batch are compared with each other ({_word(node)})"
@@ -206,7 +209,7 @@ def _axis(sizes: Sequence[int], samples: int) -> int | None:
 
 def _compares(node: Any, samples: int) -> bool:
     """Whether a node makes a table of all pairs of samples, or a list."""
-    sizes = _shape(node)
+    sizes = shape_of(node)
     if node.name() == "PdistBackward0":
         return sizes_of(node)[0] % samples == 0 and has_samples(node, samples)
     if (
@@ -219,10 +222,10 @@ def _compares(node: Any, samples: int) -> bool:
         return False
     children = [child for child, _ in node.next_functions if child is not None]
     if node.name() == "ExpandBackward0":
-        return _shape(children[0])[:2] == (1, sizes[1]) and _is_of_samples(children[0], samples)
+        return shape_of(children[0])[:2] == (1, sizes[1]) and has_samples_in(children[0], samples)
     plain = [_beneath(child) for child in children]
-    pairs = [child for child in plain if _shape(child)[:2] != sizes[:2]]
-    return len(pairs) > 1 and len(pairs) == len(children) and sum(_is_of_samples(child, samples) for child in pairs) > 1
+    pairs = [child for child in plain if shape_of(child)[:2] != sizes[:2]]
+    return len(pairs) > 1 and len(pairs) == len(children) and sum(has_samples_in(child, samples) for child in pairs) > 1
 
 
 def _beneath(node: Any) -> Any:
@@ -230,10 +233,6 @@ def _beneath(node: Any) -> Any:
     while node.name() in ("ExpandBackward0", "CloneBackward0", "UnsafeViewBackward0") and node.next_functions[0][0]:
         node = node.next_functions[0][0]
     return node
-
-
-def _is_of_samples(node: Any, samples: int) -> bool:
-    return None in [child for child, _ in node.next_functions] or has_samples(node, samples)
 
 
 def _has_shares(node: Any, samples: int) -> bool:
@@ -248,12 +247,6 @@ def _has_shares(node: Any, samples: int) -> bool:
         if weights.numel() >= samples and math.isclose(float(weights.sum()), 1.0, abs_tol=1e-4):
             return True
     return False
-
-
-def _shape(node: Any) -> tuple[int, ...]:
-    """Return the sizes of what a node gave in the forward."""
-    known = getattr(node, "_input_metadata", None)
-    return tuple(known[0].shape) if known else ()
 
 
 def _word(node: Any) -> str:

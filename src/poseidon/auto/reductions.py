@@ -118,20 +118,22 @@ def read_terms(losses: Sequence[Tensor], samples: int, total: int) -> list[LossT
         terms = list(_walk(loss.grad_fn, samples, total))
         if not terms:
             return []
-        found += _sure_of_pieces(terms)
+        found += _sure_of_pieces(terms, samples, total)
     return found if len(found) <= SLOTS else []
 
 
-def _sure_of_pieces(terms: Sequence[LossTerm]) -> list[LossTerm]:
-    """See that a divisor of several sums is the number of all their rows, as where a loss is computed in pieces."""
+def _sure_of_pieces(terms: Sequence[LossTerm], samples: int, total: int) -> list[LossTerm]:
+    """See that a divisor of several sums is the number of all their rows, as where a loss is computed in pieces.
+
+    Not the size of the whole batch, which as many sums over a part as there are workers have, too.
+    """
     rows: Counter[float] = Counter()
     for term in terms:
         if term.is_sum and term.count is not None:
             rows[term.count] += term.rows
+    sure = {count for count, number in rows.items() if count == number and not count == total != samples}
     return [
-        replace(term, is_count=term.is_count or rows[term.count] == term.count)
-        if term.is_sum and term.count is not None
-        else term
+        replace(term, is_count=term.is_count or term.count in sure) if term.is_sum and term.count is not None else term
         for term in terms
     ]
 

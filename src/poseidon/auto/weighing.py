@@ -160,7 +160,17 @@ def describe(term: LossTerm, factor: float, portion: Portion) -> str:
     if term.is_times_samples:
         return f"the loss is multiplied by a batch's size: it counts as a sum over samples {hint}"
     if term.is_sum and math.isclose(factor, portion.real * portion.workers):
-        return f"the loss is a sum over samples: the workers' gradients are added up {hint}"
+        adds = "the workers' gradients are added up"
+        if term.count is None:
+            return (
+                f"the loss is a sum over samples: {adds} (--loss mean takes it for a mean over samples, as it must be "
+                "where the script divides gradients or its learning rate by a batch's size itself)"
+            )
+        return (
+            "the loss is a sum over samples, divided by a number that counts as a constant, because it is the same on "
+            f"all workers and not the size of their parts: {adds} (--loss mean takes it for a mean over samples, as it "
+            "must be where the script counts that number in the batches it gets, such as those of an accumulated step)"
+        )
     return f"the loss is a mean over targets or their weights: workers weigh by how many they have {hint}"
 
 

@@ -18,6 +18,7 @@ SAMPLES = 6
 torch.manual_seed(0)
 X, OTHER = torch.randn(SAMPLES, 5), torch.randn(SAMPLES, 5)
 Y = torch.randint(0, 2, (SAMPLES,))
+PERMUTED = torch.tensor([1, 2, 0, 5, 3, 4])
 NET = nn.Sequential(nn.Linear(5, 12), nn.ReLU(), nn.Linear(12, 4))
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -55,6 +56,14 @@ MIXED: dict[str, tuple[Loss, str]] = {
     "worst": (lambda z, o: z.square().max(), "the max of a batch"),
     "shares": (lambda z, o: (torch.full((SAMPLES,), 1 / SAMPLES) * z.sum(1)).sum(), "weights that add up to one"),
     "normalised": (lambda z, o: F.batch_norm(z, None, None, training=True).square().mean(), NORMALISED),
+    "rolled": (lambda z, o: F.relu(z[:, 0] - z[:, 0].roll(1) + 1).mean(), "(roll)"),
+    "turned round": (lambda z, o: F.triplet_margin_loss(z, o, z.flip(0)), "(flip)"),
+    "permuted": (lambda z, o: F.triplet_margin_loss(z, o, o[PERMUTED]), "(index)"),
+    "permuted and joined": (lambda z, o: torch.cat([z, o.index_select(0, PERMUTED)], 1).exp().mean(), "(index)"),
+    "mixed": (lambda z, o: F.cross_entropy(0.7 * z + 0.3 * z[PERMUTED], Y), "(index)"),
+    "neighbours": (lambda z, o: (z[1:] - z[:-1]).abs().mean(), "(slice)"),
+    "halves": (lambda z, o: F.mse_loss(*z.chunk(2)), "(split)"),
+    "some and others": (lambda z, o: (z[Y[0] == Y][:1] * z[Y[0] != Y][:1]).exp().mean(), "(index)"),
 }
 
 
@@ -83,6 +92,13 @@ APART: dict[str, Loss] = {
     "layers": lambda z, o: F.layer_norm(z, (4,)).softmax(-1).logsumexp(1).mean(),
     "terms together": lambda z, o: torch.stack([F.mse_loss(z, o), F.cross_entropy(z, Y)]).mean(),
     "time first": lambda z, o: torch.stack([z, o, z + o]).mean(0).square().mean(),
+    "sorted by length": lambda z, o: F.cross_entropy(z[PERMUTED] + 2 * z[PERMUTED].tanh(), Y[PERMUTED]),
+    "own columns": lambda z, o: (z[torch.arange(SAMPLES), Y] - o[range(SAMPLES), 1 - Y]).exp().mean(),
+    "both masked": lambda z, o: F.mse_loss(z[Y[0] == Y], o[Y[0] == Y]),
+    "in their turn": lambda z, o: F.mse_loss(z.index_select(0, torch.arange(SAMPLES)), o[: len(o)]),
+    "halves of two views": lambda z, o: 1 - F.cosine_similarity(*torch.cat([z, o]).chunk(2)).mean(),
+    "shifted columns": lambda z, o: (z[:, 1:] - z[:, :-1]).abs().mean() + (z - z.roll(1, 1)).abs().mean(),
+    "beside a table": lambda z, o: (z + NET[2].weight.sum() * NET[2].bias.roll(1)).square().mean(),
 }
 
 
