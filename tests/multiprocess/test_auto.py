@@ -75,6 +75,7 @@ FLOAT = 2e-5
         ("shared_layers.py", "shared.pt", FLOAT),
         ("own_memory.py", "memory.pt", FLOAT),
         ("word_pairs.py", "words.pt", 2e-4),
+        ("from_scratch.py", "scratch.pt", FLOAT),
     ],
 )
 def test_two_workers_give_what_one_gives(

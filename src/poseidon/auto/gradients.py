@@ -24,6 +24,7 @@ from poseidon.auto.averaging import average_gradients, average_number
 from poseidon.auto.engines import Engines
 from poseidon.auto.losses import SameLoss
 from poseidon.auto.mixing import find_mixing
+from poseidon.auto.owners import Elders
 from poseidon.auto.reductions import read_terms
 from poseidon.auto.step import ScriptStep
 from poseidon.auto.usage import Usage
@@ -80,6 +81,7 @@ class TorchGradients:
         self._nesting = Nesting()
         """Around a backward: checkpoints run others inside it, which belong to it."""
         self._has_averaged = False
+        self._elders = Elders()
 
     def install(self, patches: Patches) -> None:
         """Install the hooks."""
@@ -95,6 +97,7 @@ class TorchGradients:
         patches.wrap(torch.amp.GradScaler, "unscale_", self._unscaled)
         patches.wrap(torch.amp.GradScaler, "step", self._scaled_step)
         patches.on_undo(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._usage.before_pass = self._look_at_leaves
         patches.on_undo(self._engines.close)
 
     def _moved(self, original: Callable[..., nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -353,7 +356,11 @@ class TorchGradients:
         return [tensor for tensor, is_alike in zip(tensors, alike, strict=True) if is_alike]
 
     def _looks_like_data(self, tensor: Tensor) -> bool:
-        return tensor.ndim > 0 and tensor.shape[0] == self._step.samples
+        return tensor.ndim > 0 and tensor.shape[0] == self._step.samples and tensor not in self._elders
+
+    def _look_at_leaves(self) -> None:
+        if not (self._step.is_forked or self._engines.has_optimizer):
+            self._elders.look()
 
 
 def _scaling(factor: float) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from poseidon.engine.discover import find_units
 from poseidon.following.patches import Patches
@@ -70,6 +71,22 @@ class Census:
     def _made(self, original: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any) -> None:
         original(module, *args, **kwargs)
         self._modules[id(module)] = module
+
+
+class Elders:
+    """Leaves that were there before a script got its next batches: it trains them, whatever their sizes."""
+
+    def __init__(self) -> None:
+        self._known = WeakIdKeyDictionary()
+
+    def look(self) -> None:
+        """Note all that there are. Takes tens of milliseconds."""
+        for found in gc.get_objects():
+            if type(found) is Tensor and found.is_leaf and found.requires_grad:
+                self._known[found] = None
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor in self._known
 
 
 def find_roots(parameters: Sequence[Tensor], modules: Iterable[nn.Module]) -> list[nn.Module]:

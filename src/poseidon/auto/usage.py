@@ -72,6 +72,9 @@ class Usage:
         """Whether any backward has followed a batch."""
         self.is_recognised = False
         """Whether a module was seen to use what the current backward is of."""
+        self.before_pass: Callable[[], None] = lambda: None
+        """Called before the script gets the first batch of a pass."""
+        self._begun: weakref.WeakSet[LoaderPass] = weakref.WeakSet()
 
     @property
     def is_forked(self) -> bool:
@@ -84,6 +87,9 @@ class Usage:
 
     def hand(self, source: LoaderPass, share: BatchShare, batch: Any, is_alive: Callable[[], bool]) -> None:
         """Note that the script gets a batch."""
+        if source not in self._begun:
+            self._begun.add(source)
+            self.before_pass()
         tensors = tensors_in(batch)
         samples = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
         values = sum(tensor.numel() for tensor in tensors)
