@@ -76,6 +76,7 @@ FLOAT = 2e-5
         ("own_memory.py", "memory.pt", FLOAT),
         ("word_pairs.py", "words.pt", 2e-4),
         ("from_scratch.py", "scratch.pt", FLOAT),
+        ("sums_and_means.py", "sums.pt", FLOAT),
     ],
 )
 def test_two_workers_give_what_one_gives(
