@@ -91,6 +91,6 @@ def _chosen(indices: Sequence[Tensor | None], samples: int) -> tuple[Hashable, .
         return ()
     numbers = rows.nonzero().squeeze(1) if rows.dtype in (torch.bool, torch.uint8) else rows % samples
     numbers = numbers.cpu()
-    if torch.equal(numbers, torch.arange(samples)):
+    if torch.equal(numbers, torch.arange(samples, device="cpu")):
         return ()
     return ("index", numbers.numpy().tobytes())

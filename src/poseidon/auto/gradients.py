@@ -28,7 +28,7 @@ from poseidon.auto.owners import Elders
 from poseidon.auto.reductions import read_terms
 from poseidon.auto.step import ScriptStep
 from poseidon.auto.usage import Usage
-from poseidon.auto.weighing import Counts, describe, differ, mark, pack, repeats, scalings, weigh
+from poseidon.auto.weighing import Counts, describe, differ, mark, pack, scalings, weigh
 from poseidon.engine.outputs import find_leaves
 from poseidon.errors import ConfigError
 from poseidon.following.nesting import Nesting
@@ -291,8 +291,8 @@ class TorchGradients:
         own = 0 if self._usage.is_recognised or not self._has_averaged else mark(losses, terms)
         told = self._team.gather_ints([*pack(terms, portion.real), own], "what the loss is a mean over")
         rows, marks = [row[:-1] for row in told], [row[-1] for row in told]
-        # Parts with repeated samples may be all alike: a batch of one sample, of which each worker has copies.
-        if all(marks) and len(set(marks)) == 1 and not repeats(rows):
+        # Of a batch of one sample each worker has copies, so that losses are the same anyway.
+        if all(marks) and len(set(marks)) == 1 and portion.total > 1:
             self._report.say(
                 "a loss is the same on all workers, of data that the script has beside its loaders: it is not divided"
             )

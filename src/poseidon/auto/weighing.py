@@ -72,11 +72,6 @@ def mark(losses: Sequence[Tensor], terms: Sequence[LossTerm]) -> int:
     return 1 + zlib.crc32(b"".join(words))
 
 
-def repeats(rows: Sequence[Sequence[int]]) -> bool:
-    """Whether any worker has samples that do not count, because others have them; ``rows`` are what all packed."""
-    return any(_float(row[0]) < 1 for row in rows)
-
-
 class Counts:
     """Which divisors count something, by what they were so far; the same on all workers."""
 
