@@ -77,6 +77,7 @@ FLOAT = 2e-5
         ("word_pairs.py", "words.pt", 2e-4),
         ("from_scratch.py", "scratch.pt", FLOAT),
         ("sums_and_means.py", "sums.pt", FLOAT),
+        ("two_trainings.py", "second.pt", FLOAT),
     ],
 )
 def test_two_workers_give_what_one_gives(

@@ -65,6 +65,8 @@ class Engines:
         self._step = step
         self._streams = streams
         self._report = report
+        self.adopted = 0
+        """How many optimizers the script has made so far; the same on all workers."""
         self._owners: list[GradientOwner] = []
         self._owner_of: weakref.WeakKeyDictionary[Optimizer, GradientOwner] = weakref.WeakKeyDictionary()
         self._unowned: GradientOwner | None = None
@@ -278,6 +280,7 @@ class Engines:
             return [parameter for group in groups for parameter in group["params"]]
 
         owner = GradientOwner(type(optimizer).__name__, parameters, reference)
+        self.adopted += 1
         self._owners.append(owner)
         # Copy now, and again before the first forward: the model may still change in between.
         owner.guessed_roots = find_roots(parameters(), self._census.living())

@@ -67,7 +67,8 @@ class TorchGradients:
         self._is_local = options.local is not None
         self._is_total = options.batch == "total"
         self._reads_losses = self._is_total and options.loss == "auto"
-        self._counts = Counts()
+        self._counts = {0: Counts()}
+        """By the number of optimizers: another one is another training, whose numbers mean something else."""
         self._backwards = 0
         """How often hooks were looked for."""
         self._looked: Counter[tuple[int, int]] = Counter()
@@ -308,7 +309,9 @@ class TorchGradients:
                 "a loss has other terms on one worker than on another (one for each class or time step that its part "
                 "has, say): what each is a mean over cannot be compared, so --batch total is not exact here"
             )
-        factors = weigh(terms, rows, portion, self._counts)
+        if self._engines.adopted not in self._counts:
+            self._counts = {self._engines.adopted: Counts()}
+        factors = weigh(terms, rows, portion, self._counts[self._engines.adopted])
         if factors and len(set(factors)) == 1:
             self._loss_weight = factors[0]
         for term, factor in zip(terms, factors, strict=True):
