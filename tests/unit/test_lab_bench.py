@@ -343,9 +343,7 @@ def test_what_a_job_measured_before_its_time_was_up_is_kept(monkeypatch):
         for system in workers[0].systems:
             say_all(job, {"event": "begin", "system": system}, finished(system))
         if len(jobs) == 1:
-            say_all(
-                job, {"event": "begin", "system": "linear"}, finished("linear"), {"event": "begin", "system": "ddp"}
-            )
+            lose_ddp(job)
             return JobResult(124, "time limit reached", 1.0, (None, None))
         say_all(job, {"event": "end"})
         return JobResult(0, "", 1.0, (0, 0))
@@ -377,15 +375,18 @@ def test_a_linear_bound_that_takes_every_job_down_is_measured_once(monkeypatch, 
     assert {each.failure for each in made[0].systems.values()} == {"gone"}
 
 
+def lose_ddp(job):
+    """Measure the linear bound, and lose the job with the next system."""
+    say_all(job, {"event": "begin", "system": "linear"}, finished("linear"), {"event": "begin", "system": "ddp"})
+
+
 def test_a_linear_bound_that_comes_late_a_second_time_is_left_out(monkeypatch):
     jobs, made = [], []
 
     def run_workers(workers, job, spec, timeout_s):
         jobs.append(workers[0].systems)
         if len(jobs) == 1:
-            say_all(
-                job, {"event": "begin", "system": "linear"}, finished("linear"), {"event": "begin", "system": "ddp"}
-            )
+            lose_ddp(job)
             return JobResult(1, "gone", 1.0, (1, None))
         for system in workers[0].systems:
             say_all(job, {"event": "begin", "system": system})
@@ -407,9 +408,7 @@ def test_a_second_job_that_never_begins_leaves_the_linear_bound_measured(monkeyp
     def run_workers(workers, job, spec, timeout_s):
         jobs.append(workers[0].systems)
         if len(jobs) == 1:
-            say_all(
-                job, {"event": "begin", "system": "linear"}, finished("linear"), {"event": "begin", "system": "ddp"}
-            )
+            lose_ddp(job)
         return JobResult(1, "gone", 1.0, (1, None))
 
     monkeypatch.setattr(bench, "_run_workers", run_workers)

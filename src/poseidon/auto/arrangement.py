@@ -15,8 +15,20 @@ from torch import Tensor
 
 from poseidon.auto.reductions import has_samples, sizes_of
 
-_JOINING = ("Add", "BinaryCrossEntropy", "Cat", "Div", "HuberLoss", "KlDiv", "Maximum", "Minimum", "MseLoss", "Mul")
-_COMPARING = ("SmoothL1Loss", "Sub")
+_JOINING = (
+    "Add",
+    "BinaryCrossEntropy",
+    "Cat",
+    "Div",
+    "HuberLoss",
+    "KlDiv",
+    "Maximum",
+    "Minimum",
+    "MseLoss",
+    "Mul",
+    "SmoothL1Loss",
+    "Sub",
+)
 """Operations on rows of one tensor and those of another, place by place."""
 _LONGEST = 30
 """Operations in a row that are looked through."""
@@ -31,7 +43,7 @@ def shape_of(node: Any) -> tuple[int, ...]:
 def find_meeting(node: Any, samples: int) -> str:
     """Say how the rows of one operand were arranged that meets rows of other samples; empty if none does."""
     name, edges = node.name(), [edge for edge in node.next_functions if edge[0] is not None]
-    if not name.startswith(_JOINING + _COMPARING) or len(edges) < 2 or any(_is_single(*edge) for edge in edges):
+    if not name.startswith(_JOINING) or len(edges) < 2 or any(_is_single(*edge) for edge in edges):
         return ""
     if name.startswith("Cat") and node._saved_dim in (0, (1 << 64) - len(shape_of(node))):
         return ""

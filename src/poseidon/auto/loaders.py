@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
 from poseidon.auto.deals import DealtSampler, DealtStream, LoaderDeal, Place
 from poseidon.auto.engines import Engines
 from poseidon.auto.losses import END, PASS, SameLoss
+from poseidon.auto.owners import living_leaves
 from poseidon.auto.passes import LoaderPass, PassPurpose, find_miscount
 from poseidon.auto.usage import Usage
 from poseidon.errors import MismatchError
@@ -265,7 +265,7 @@ class Loaders:
         is_in_order = deal.is_stream or _is_in_order(loader)
         if is_in_order and _sounds_like_evaluation(name):
             return False
-        if place and not roots and not self._engines.has_optimizer and not _is_anything_trainable():
+        if place and not roots and not self._engines.has_optimizer and next(living_leaves(), None) is None:
             return False
         # Models from a library may be in eval mode until the first step.
         return not is_evaluating or (not is_in_order and not self._usage.has_trained)
@@ -341,7 +341,3 @@ def _is_in_order(loader: DataLoader[Any]) -> bool:
 
 def _sounds_like_evaluation(name: str) -> bool:
     return any(word in name.lower() for word in _EVALUATION_WORDS)
-
-
-def _is_anything_trainable() -> bool:
-    return any(issubclass(type(found), Tensor) and found.is_leaf and found.requires_grad for found in gc.get_objects())
